@@ -86,6 +86,19 @@ def test_compressed_runs_are_used_like_runs(tmp_path: Path) -> None:
         runner.invoke(app, again_words, catch_exceptions=False)
 
 
+@pytest.mark.engines
+@pytest.mark.skipif(not installed("torchao"), reason="the extra compress is missing")
+def test_layers_that_int4_does_not_fit_are_named(tmp_path: Path) -> None:
+    runner, common = CliRunner(), ["--num-gpus", "1", "--save-dir", str(tmp_path)]
+    sizes = ["--width", "48", "--heads", "4", "--layers", "1", "--max-steps", "2"]
+    trained = ["train", "transformer", *sizes, "--run-name", "r", *common]
+    assert runner.invoke(app, trained).exit_code == 0
+    words = ["compress", str(tmp_path / "transformer" / "r"), "--method", "quantize:int4"]
+    said = runner.invoke(app, [*words, "--device", "cpu"], catch_exceptions=False).output
+    assert "int8 instead of int4 for 3 layers" in said
+    assert "transformer.h.0.attn.c_attn" in said
+
+
 def test_a_fine_tuning_from_another_start_is_not_continued(tmp_path: Path) -> None:
     """A second compression after --epochs, or the run itself, changed: the weights on disk are of
     another start, and would pass for what was asked for."""

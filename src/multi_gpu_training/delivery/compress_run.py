@@ -24,7 +24,7 @@ from multi_gpu_training.compress.pruning import (
     prune_channels,
     prune_two_of_four,
 )
-from multi_gpu_training.compress.quantization import check_scheme, quantize
+from multi_gpu_training.compress.quantization import GROUP, check_scheme, quantize
 from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.delivery.compression_plan import ONNX, MaxDrop, Setting
@@ -112,7 +112,7 @@ def compress_run(
     for setting in settings:
         say(f"compressing: {setting.name}")
         try:
-            made.append((setting, compress(loaded, setting, out, how), None))
+            made.append((setting, compress(loaded, setting, out, how, say), None))
         except MultiGPUError as error:
             # Others may still work; a row says why this one did not.
             problem = "; ".join(getattr(error, "problems", [str(error)]))
@@ -201,7 +201,13 @@ def check(
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def compress(loaded: LoadedModel, setting: Setting, out: Path, how: HowToTrain) -> LoadedModel:
+def compress(
+    loaded: LoadedModel,
+    setting: Setting,
+    out: Path,
+    how: HowToTrain,
+    say: Callable[[str], None] = print,
+) -> LoadedModel:
     """A compressed copy of the model; the model itself stays as it is."""
     current = described(loaded.with_model(copy.deepcopy(loaded.model)), loaded.pipeline.compression)
     if setting.student is not None:
@@ -214,8 +220,14 @@ def compress(loaded: LoadedModel, setting: Setting, out: Path, how: HowToTrain) 
         model = OnnxModel(quantize_onnx(current, folder))
         return described(current.with_model(model), [*current.pipeline.compression, step])
     if setting.quantize is not None:
-        quantize(current.model, setting.quantize)
-        step = {"method": "quantize", "scheme": setting.quantize, "group": 32}
+        names = quantize(current.model, setting.quantize).fallbacks
+        if names:
+            shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+            say(
+                f"  int8 instead of int4 for {len(names)} layers, whose inputs do not come in "
+                f"groups of {GROUP}: {shown}"
+            )
+        step = {"method": "quantize", "scheme": setting.quantize, "group": GROUP}
         current = described(current, [*current.pipeline.compression, step])
     return current
 
