@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from multi_gpu_training import Callback, MetricsCollector
+from multi_gpu_training.errors import ModelError
 
 CLASSES = 3
 
@@ -122,6 +123,38 @@ def test_metrics_predictions_and_averages_do_not_depend_on_the_ranks(
             assert_same(rank["validated"], whole["validated"][-1:], exactly)
             rank["validated"] = whole["validated"]
             assert_same(rank, whole, exactly)
+
+
+def normalised_by_batch(folder: Path, sizes: list[int]) -> list[Any]:
+    """A BatchNorm without running statistics; the outcome, or what is said, per validation set."""
+    found: list[Any] = []
+    for number, size in enumerate(sizes):
+        torch.manual_seed(2)
+        norm = nn.BatchNorm1d(6, track_running_stats=False)
+        model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, CLASSES)).double()
+        settings = {"global_batch_size": 8, "sync_bn": True, "run_name": str(number)}
+        manager = manager_for(folder, **settings, monitor=False)
+        optimizer = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
+        try:
+            manager.fit(model, samples(16), samples(size), optimizer=optimizer)
+        except ModelError as error:
+            found.append(str(error))
+            continue
+        evaluated = manager.result().metrics, manager.predict(samples(size))
+        found.append([*evaluated, manager.evaluate(DataLoader(samples(size), batch_size=8))])
+    return found
+
+
+def test_a_batch_normalised_in_validation_is_the_same_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """Also where the last one has fewer samples than there are ranks."""
+    (alone,) = run_ranks(1, normalised_by_batch, tmp_path / "1", [16, 18])
+    for world in (3, 4):
+        for found in run_ranks(world, normalised_by_batch, tmp_path / str(world), [16, 18]):
+            assert_same(found, alone)
+    for (said,) in run_ranks(4, normalised_by_batch, tmp_path / "few", [3]):
+        assert "some rank has no sample at all" in said
 
 
 def measured(folder: Path) -> list[dict[str, float]]:

@@ -225,7 +225,10 @@ def validation_loader(
         return StreamLoader(dataset, 1 if feeding.items else size, feeding, limit=limit)
     check_same_data(dataset, purpose, placement)
     samples = _length(dataset, purpose)
-    size = feeding.micro_size if limit is None else sizes.global_batch
+    # With sync_bn, a batch may be normalised as a whole: then which samples it has must not depend
+    # on the ranks.
+    whole = limit is not None or config.sync_bn
+    size = sizes.global_batch if whole else feeding.micro_size
     source: GlobalBatchSource = ShuffledBatches(samples, size, shuffle=False)
     if brought is not None:
         source = _brought_source(brought, samples, size, feeding)

@@ -311,6 +311,12 @@ def uses_batch_statistics(model: nn.Module, in_eval: Collection[str]) -> bool:
     )
 
 
+def exchanges_in_evaluation(model: nn.Module) -> bool:
+    """Whether ranks talk in the forward of a model in eval mode: a BatchNorm without running
+    statistics normalises every batch by itself, in validation too."""
+    return any(isinstance(m, SyncBatchNorm) and m.running_mean is None for m in model.modules())
+
+
 def synchronise_batchnorm(
     model: nn.Module, placement: Placement, only_converted: bool = False
 ) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multi_gpu_training.data.batch import share_of, to_device
+from multi_gpu_training.data.batch import share_of, tensors_of, to_device
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
+from multi_gpu_training.distributed.batchnorm import Attendance, exchanges_in_evaluation
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.averaged_weights import AveragedWeights
@@ -137,17 +139,43 @@ def evaluate(
     return collected
 
 
-def _in_step(batches: Iterator[Any], placement: Placement) -> Iterator[tuple[Any, bool]]:
+def _in_step(
+    batches: Iterator[Any], placement: Placement, attendance: Attendance, exchanges: bool
+) -> Iterator[tuple[Any, bool]]:
     """As many batches as the rank with the most has. Those beyond this rank's own do not count.
-    Each rank must have at least one."""
+    Each rank must have at least one. exchanges: ranks talk in the forward, about one batch."""
     nothing, batch = object(), None
-    while True:
-        found = next(batches, nothing)
-        counts = found is not nothing
-        batch = found if counts else batch  # the other ranks wait in the forward of theirs
-        if placement.all_agree(not counts):
-            return
-        yield batch, counts
+    try:
+        while True:
+            found = next(batches, nothing)
+            counts = attendance.present = found is not nothing
+            batch = found if counts else batch  # the other ranks wait in the forward of theirs
+            if placement.all_agree(not counts):
+                return
+            if exchanges:
+                _check_same_batch(batch, counts, placement)
+            yield batch, counts
+    finally:
+        attendance.present = True
+
+
+def _check_same_batch(batch: Any, counts: bool, placement: Placement) -> None:
+    """Raise where ranks have come to parts of different batches. Collective."""
+    share = next((s for s in map(share_of, (batch, *tensors_of(batch))) if s is not None), None)
+    place = -1 if share is None else share.position
+    first = placement.all_min(place if counts else sys.maxsize)
+    last = -placement.all_min(-place if counts else 1)
+    if first != last or first < 0:
+        raise _apart("some rank has no sample of a batch before the last")
+
+
+def _apart(why: str) -> ModelError:
+    return ModelError(
+        "a BatchNorm without running statistics (track_running_stats=False) normalises each "
+        f"validation batch over all ranks (sync_bn), but {why}; use batches with at least as many "
+        "samples as ranks, keep running statistics, or set sync_bn=false",
+        code="MGT403",
+    )
 
 
 def _measure(
@@ -270,9 +298,14 @@ class Evaluator:
         """
         placement, strategy = self.state.placement, self.state.strategy
         found, nothing = iter(self._as_computed(batches)), object()
-        alone = strategy.computes_alone or own_code
+        exchanges = placement.dp_size > 1 and exchanges_in_evaluation(self.state.model)
+        if exchanges and own_code and not strategy.computes_alone:
+            raise _apart("your own code runs on whole copies of a sharded model")
+        alone = (strategy.computes_alone or own_code) and not exchanges
         first = nothing if alone else next(found, nothing)
         if not alone and not placement.all_agree(first is not nothing):
+            if exchanges:
+                raise _apart("some rank has no sample at all")
             alone = True  # a rank has no batch at all to run the model on
         if first is not nothing:
             found = chain([first], found)
@@ -283,7 +316,8 @@ class Evaluator:
         self.verify()
         strategy.sync_buffers()
         with self.averaged.applied(), strategy.in_step() as call:
-            yield self.state.model, _in_step(found, placement), call
+            together = _in_step(found, placement, self.state.attendance, exchanges)
+            yield self.state.model, together, call
 
     def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:
         transform = self.state.transform
