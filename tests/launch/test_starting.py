@@ -357,6 +357,7 @@ ENDINGS: dict[str, Callable[[Path], Program]] = {
     "run of a training": lambda folder: training(folder, *MGT, "run", "--num-gpus", 2),
     "failing training": lambda folder: training(folder, *MGT, "run", "--num-gpus", 2, fail_at=2),
     "training to be shot at": lambda folder: training(folder, world_size=2),
+    "training to be shot at again": lambda folder: training(folder, world_size=2),
     "work": lambda folder: light(folder, "work"),
     "stubborn": lambda folder: light(folder, "stubborn"),
     "stubborn to be shot at": lambda folder: light(folder, "stubborn"),
@@ -442,7 +443,7 @@ def test_a_rank_that_was_killed_is_named_with_the_signal(program: Program) -> No
     assert program.nothing_left(within_s=BUSY), program.alive()
 
 
-@given("training to be shot at")
+@given("training to be shot at again")
 def test_a_rank_that_the_cpu_stopped_is_told_how_to_avoid_the_instruction(program: Program) -> None:
     ranks_of(program)[1].send_signal(signal.SIGILL)
     assert program.end_of_run(8 * BUSY) == 1

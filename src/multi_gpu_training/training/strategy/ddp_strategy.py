@@ -85,7 +85,7 @@ class DDPStrategy(Strategy):
         return ModelError(
             "a parameter got its gradient twice in one backward, and ranks exchange it after the "
             "first time. Layers that are used more than once under torch.utils.checkpoint need "
-            "use_reentrant=False",
+            "use_reentrant=False, or static_graph=true",
             code="MGT403",
         )
 
