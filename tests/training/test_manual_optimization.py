@@ -414,6 +414,33 @@ def test_a_weight_that_cannot_be_right_for_two_batches_is_refused(
         run_ranks(3, of_two_batches, tmp_path, apart)
 
 
+def in_one_tuple(folder: Path, samples: int, inside: bool) -> Tensor:
+    """Batches of a loader, each with rows of a second source."""
+    manager = manager_for(folder, global_batch_size=6, shuffle=False)
+    model = line().double()
+    data, others = points(samples, torch.float64), points(9, torch.float64).tensors[0].flip(0)
+    trainer = manager.prepare(model, sgd(model.parameters()), dataset=data)
+    for batch in manager.train_loader:
+        given = batch if inside else (batch, manager.shard(others))
+        with trainer.step(given) as found:
+            (x, y), u = (found, manager.shard(others)) if inside else found
+            trainer.backward(squares(model, [x, y]), weight=x)
+            trainer.backward(model(u).square().mean(), weight=u)
+    manager.finish()
+    return flat(model)
+
+
+def test_a_stand_in_for_one_of_two_batches_does_not_hide_the_other(tmp_path: Path) -> None:
+    """The loader's last batch has two samples for three ranks: given as one, the second source's
+    rows were left out on the rank without any."""
+    for samples, inside in ((12, False), (8, True)):
+        (alone,) = run_ranks(1, in_one_tuple, tmp_path / "1", samples, inside)
+        for found in run_ranks(3, in_one_tuple, tmp_path / "3", samples, inside):
+            assert (found - alone).norm() <= 1e-12 * alone.norm()
+    with pytest.raises(RankError, match=r"call manager\.shard inside the block"):
+        run_ranks(3, in_one_tuple, tmp_path / "few", 8, False)
+
+
 def test_what_needs_a_training_says_so_before_there_is_one(tmp_path: Path) -> None:
     manager = manager_for(tmp_path)
     calls = {

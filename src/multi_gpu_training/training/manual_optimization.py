@@ -196,6 +196,8 @@ class ManualTrainer:
             for slot in self._slots:
                 slot.reset()
         given = batch
+        if share.count == 0:
+            _refuse_real_rows(batch)
         if share.count:
             given = to_device(batch, placement.device)
             if batch is not None:
@@ -612,6 +614,17 @@ class ManualTrainer:
         """Raise if the latest steps were wrong on a GPU that nobody waited for."""
         self._check_order()
         self._nan_guard.look()
+
+
+def _refuse_real_rows(batch: Any) -> None:
+    """Raise if a batch of which this rank has no sample holds parts of another, of which it has
+    some: the stand-in would replace all of it."""
+    if any(one.count for one in map(share_of, tensors_of(batch)) if one is not None):
+        raise ModelError(
+            "trainer.step got parts of several batches, and one of them has fewer samples than "
+            "there are ranks: this rank has none of it, and cannot tell which part to replace. "
+            "Give trainer.step the loader's batch, and call manager.shard inside the block"
+        )
 
 
 def _zero_gradients(loss: Tensor, slots: Sequence[OptimizerGradients]) -> None:
