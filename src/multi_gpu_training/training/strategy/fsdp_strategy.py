@@ -56,8 +56,9 @@ _ORDERS = 2**20  # distinct orders of blocks: sums of squares stay exact in floa
 # Of torch's optimizers, those whose update of one element depends on others of its parameter. Muon
 # would run, but multiplies rounded parts in bfloat16: 1 % off after six steps.
 _NEED_WHOLE = ("Adafactor", "Muon", "Rprop")
-# What torch says where an operation cannot handle split tensors, or a rank holds no row of one.
-_SPLIT_ERRORS = ("DTensor", "Sharding propagation", "unevenly sharded", "numel() == 0")
+# What torch says where an operation cannot handle split tensors.
+_SPLIT_ERRORS = ("DTensor", "Sharding propagation", "unevenly sharded")
+_NO_ROWS = "numel() == 0"  # and where a rank holds no row of one
 
 
 class FSDPStrategy(Strategy):
@@ -183,7 +184,8 @@ class FSDPStrategy(Strategy):
         try:
             yield
         except RuntimeError as error:
-            if self.root is None or not _is_about_splitting(error):
+            about_splitting = _is_about_splitting(error) or _NO_ROWS in str(error)
+            if self.root is None or not about_splitting:
                 raise
             raise ModelError(
                 f"{type(optimizer).__name__} cannot step where each rank holds only some rows of a "
