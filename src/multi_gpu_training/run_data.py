@@ -27,7 +27,7 @@ from multi_gpu_training.setup_arguments import Given
 from multi_gpu_training.training.evaluation import choose_eval_fn
 from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
 from multi_gpu_training.training.progress import Progress
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.validation import check_metric, check_sets
 
 
@@ -37,14 +37,14 @@ class RunData:
     def __init__(
         self,
         given: Given,
-        trainer: MultiGPUTrainer,
+        state: StepState,
         balance: Balance,
         progress: Progress,
         measurement: Measurement | None,
         say: Callable[[str], None],
     ) -> None:
-        self.config: MultiGPUConfig = trainer.config
-        self.placement, self.state, self.balance = trainer.placement, trainer.state, balance
+        self.config, self.placement = state.config, state.placement
+        self.state, self.balance = state, balance
         config, dataset, val_dataset = self.config, given.dataset, given.val_dataset
         if measurement is not None:
             dataset, val_dataset = _shortened(measurement, given, config)
@@ -56,7 +56,7 @@ class RunData:
         progress.sets = tuple(sets)
         check_sets(config, sets, val_dataset)
         check_metric(config, self.loss_fn, self.eval_fn, sets)
-        replicas = trainer.strategy.replicas
+        replicas = state.strategy.replicas
         count = self.state.batch_size_fn = given.batch_size_fn
         self.train_loader, self.sizes = training_loader(
             dataset, config, self.placement, replicas, count
@@ -74,7 +74,6 @@ class RunData:
         if val_dataset is not None:
             self.val_loader = self.loaders_for(val_dataset, limit=limit)
         self.state.loader, self.state.augment = self.train_loader, given.augment
-        trainer.oom.whole = self.sizes.per_rank
         if isinstance(self.loss_fn, SupervisedLoss):
             if given.augment is None and isinstance(self.train_loader, ShareLoader):
                 self.train_loader.before_pass = partial(self.loss_fn.look_at, dataset)

@@ -242,7 +242,7 @@ class Training:
     def _build_data(self, given: Given) -> None:
         data = self.data = RunData(
             given,
-            self.trainer,
+            self.state,
             self.balance,
             self.progress,
             self.measurement,
@@ -250,6 +250,7 @@ class Training:
         )
         self.loss_fn, self.eval_fn, self.sizes = data.loss_fn, data.eval_fn, data.sizes
         self.train_loader, self.val_loader = data.train_loader, data.val_loader
+        self.trainer.oom.whole = data.sizes.per_rank
         if isinstance(self.train_loader, StreamLoader):
             self.fault_tolerance.register("data_stream", self.train_loader)
 
